@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import isclass, signature
 from pathlib import Path
 from pydoc import locate
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from fl_lightning.probing.probed_model import Protection
 from fl_lightning.run.checkpoint import CheckpointError
 from fl_lightning.run.directory import RunDirectory, checkpoint_name
 from fl_lightning.run.metadata import code_of_model, git_state, is_tracked_elsewhere, now, versions
+from fl_lightning.run.paths import short_path
 from fl_lightning.run.resume import changed_identity, checkpoints_of, identity_of
 from fl_lightning.run.snapshot import Checkpoint, restore
 from fl_lightning.run.tables import numbers
@@ -159,19 +161,30 @@ def choose_checkpoint(ckpt_path: str, which: str, experiment: Path) -> Checkpoin
         experiment: folder of the experiment.
 
     Raises:
-        InputError: there is no such checkpoint, or it is damaged.
+        InputError: there is no such checkpoint, it is damaged, or the run has finished with a later
+            round than that of its newest one.
     """
     run, found = checkpoints_of(ckpt_path, experiment)
     there = [path.name for path in found]
+    directory = RunDirectory(run)
+    finished = directory.read_json("metadata.json").get("status") == "finished"
     if not there:
-        given, ended = f"--ckpt_path {ckpt_path}", RunDirectory(run).read_json("metadata.json")
-        if ended.get("status") == "finished":
+        given = f"--ckpt_path {ckpt_path}"
+        if finished:
             copy = "copy its folder checkpoints to it, or run it again"
             raise InputError(given, "the run has finished, and its checkpoints are not here", copy)
         raise InputError(given, "the run has no checkpoint yet", "let it run for a round")
     if which not in ("last", "best"):
         return _read(run, which, there)
-    newest = _read(run, there[0], there)
+    newest, rounds = _read(run, there[0], there), directory.tables["metrics"].rows_there
+    place = quote(str(short_path(run)))
+    require(
+        not finished or rounds <= newest.progress["round"],
+        f"--checkpoint {which}",
+        f"the run has finished with round {rounds}, and its newest checkpoint is {there[0]}",
+        f"make the later rounds anew with fit --config {place}/config.yaml --ckpt_path {place}, "
+        f"or write --checkpoint {there[0]}",
+    )
     if which == "last":
         return newest
     require(

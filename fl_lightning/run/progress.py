@@ -85,8 +85,7 @@ class Progress:
             return
         self.changed = check_same(start, self.settings, self.identity, allow_changed)
         table = RunDirectory(start.run).tables["metrics"]
-        lines = table.path.read_bytes().count(b"\n") if table.path.exists() else 0
-        self.there = max(lines - 1, 0)
+        self.there = table.rows_there
         if start.checkpoint is not None:
             self.done = restore(fed, start.checkpoint)
             start.checkpoint.tensors.clear()  # a rank need not keep the states of all clients

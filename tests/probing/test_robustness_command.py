@@ -18,6 +18,7 @@ from fl_lightning.probing import Finding, select_probes
 from fl_lightning.probing import command as probing
 from fl_lightning.run.paths import checkpoints_in
 from fl_lightning.run.snapshot import Checkpoint
+from fl_lightning.study.results.run_records import read_directory
 from fl_lightning.tracking import mlflow_store
 from fl_lightning.tracking.runs import add_to_run
 
@@ -279,6 +280,24 @@ def test_the_checkpoint_is_the_one_that_is_named(run, caplog, capsys):
     shutil.rmtree(run / "checkpoints")
     assert main(["test", "--ckpt_path", str(run)]) == 2
     assert "its checkpoints are not here; copy its folder" in capsys.readouterr().err
+
+
+def test_an_earlier_model_is_not_taken_for_the_one_of_a_finished_run(run, capsys):
+    """The messages of ``test`` and of the records of a study say how to get it back."""
+    ended = json.loads((run / "metadata.json").read_text())["weights_sha256"]
+    shutil.rmtree(run / "checkpoints" / "round_000003")
+    again = ["--config", str(run / "config.yaml"), "--ckpt_path", str(run)]
+    for which in ("last", "best"):
+        assert main(["test", "--ckpt_path", str(run), "--checkpoint", which]) == 2
+        said = capsys.readouterr().err
+        assert f"--checkpoint {which}; the run has finished with round 3, and its" in said
+        assert f"fit {' '.join(again)}, or write --checkpoint round_000002" in said
+    assert "fit with its config.yaml and --ckpt_path makes them" in read_directory(run).problem
+    assert run_test(run, "--checkpoint", "round_000002", "--probes", "clean")["round"] == 2
+    assert main(["fit", *again]) == 0
+    assert read_directory(run).problem == ""
+    found = run_test(run, "--probes", "clean")
+    assert (found["round"], found["weights_sha256"]) == (3, ended)
 
 
 @pytest.mark.slow

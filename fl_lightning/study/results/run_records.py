@@ -277,8 +277,9 @@ def _changed_metrics(run: Path, history: Sequence[Mapping[str, float]]) -> str:
             if table.holds(mark):
                 if mark["rows"] != len(history):
                     return (
-                        f"its newest checkpoint, {checkpoint.name}, is of {mark['rows']} rounds, and "
-                        f"metrics.csv has {len(history)}: nothing says that the others are the run's"
+                        f"metrics.csv has {len(history)} rounds, and its newest checkpoint is "
+                        f"{checkpoint.name}: nothing says that the later ones are the run's; fit "
+                        "with its config.yaml and --ckpt_path makes them anew"
                     )
                 return ""
             return (
