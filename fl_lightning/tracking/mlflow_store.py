@@ -82,7 +82,21 @@ def absolute_uri(uri: str) -> str:
     MLflow keeps one connection per address as long as the process runs, so after a change of the
     working directory a relative address would still mean the old database.
     """
-    return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}" if uri.startswith(SQLITE) else uri
+    if not uri.startswith(SQLITE):
+        return uri
+    path = Path(uri.removeprefix(SQLITE))
+    here = Path() if path.is_absolute() else Path(sqlite_uri(Path.cwd()).removeprefix(SQLITE))
+    return f"{SQLITE}{here / path}"
+
+
+def sqlite_uri(path: Path) -> str:
+    """Return the address of a database, in which ``%`` and ``?`` would else be signs of their
+    own."""
+    if not {"%", "?"} & {*str(path)}:
+        return f"{SQLITE}{path}"
+    from sqlalchemy import URL
+
+    return URL.create("sqlite", database=str(path)).render_as_string()
 
 
 def is_missing(uri: str) -> bool:
@@ -92,7 +106,9 @@ def is_missing(uri: str) -> bool:
 
 
 def _file(uri: str) -> Path:
-    return Path(uri.removeprefix(SQLITE).partition("?")[0])
+    from sqlalchemy import make_url
+
+    return Path(make_url(uri).database or "")
 
 
 def prepare() -> None:

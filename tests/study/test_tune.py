@@ -351,6 +351,14 @@ def test_a_search_is_not_continued_as_another(tmp_path):
     open_search(search_in(tmp_path, SEARCH.replace("trials: 8", "trials: 9")), trials, resolve)
 
 
+def test_a_folder_with_signs_of_an_address_in_its_name_holds_its_search(tmp_path):
+    trials = tmp_path / "50%20?100%"
+    trials.mkdir()
+    open_search(search_in(trials), trials, resolve)
+    assert (trials / "optuna.db").exists()
+    assert [*tmp_path.iterdir()] == [trials]
+
+
 def test_a_search_is_not_continued_when_the_contents_of_its_configuration_have_changed(tmp_path):
     (tmp_path / "base.yaml").write_text("lr: 1\n")
     text = SEARCH.replace("{configs}/fedavg.yaml", "base.yaml")

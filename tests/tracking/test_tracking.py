@@ -194,6 +194,28 @@ def test_a_run_that_the_store_forgot_starts_anew(
     assert steps(tracked.loggers[0].experiment, tracked.run_id or "", "test/accuracy") == [(7, 0.5)]  # type: ignore[attr-defined]
 
 
+def test_a_store_is_where_the_run_is_whatever_the_folder_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Path
+) -> None:
+    """Also where its name has what is a sign of its own in an address; MLflow makes an empty folder
+    of the address then."""
+    assert mlflow_store.default_uri() == f"sqlite:///{tmp_path}/mlflow.db"
+    place = tmp_path / "ä b:c%2Fd?e"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    shutil.copy(database, place)
+    made = run(on_points(FedAvg()), Points(), place, experiment="exp", max_rounds=2, logger=True)
+    (record,) = read_runs("sqlite:///mlflow.db", "exp")
+    metadata = json.loads((made.run_dir / "metadata.json").read_text())
+    assert record["id"] == metadata["tracking_run_id"]
+    assert [row["round"] for row in record["history"]] == [1, 2]
+    assert [*tmp_path.rglob("*.db"), *tmp_path.rglob("mlartifacts")] == [
+        place / "mlflow.db",
+        place / "mlartifacts",
+    ]
+    assert mlflow_store.absolute_uri(mlflow_store.default_uri()) == mlflow_store.default_uri()
+
+
 @pytest.mark.parametrize("change", ["deleted", "another store"])
 def test_a_run_that_is_deleted_or_elsewhere_is_not_waited_for(
     change: str, tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture

@@ -39,7 +39,7 @@ from fl_lightning.study.metric_names import CLASSIFICATION, TaskMetrics, measure
 from fl_lightning.study.plan.search import Direction, Search
 from fl_lightning.study.results.run_records import find_run, read_metrics
 from fl_lightning.support.disk import replace
-from fl_lightning.tracking.mlflow_store import Status
+from fl_lightning.tracking.mlflow_store import Status, sqlite_uri
 from fl_lightning.tracking.runs import StudyRun, begin_study, end_study
 
 DATABASE = "optuna.db"
@@ -501,7 +501,7 @@ def open_search(search: Search, folder: Path, resolve: Callable[[list[str]], str
         InputError: it was begun with another space, metric or configuration.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = f"sqlite:///{(folder / DATABASE).absolute()}"
+    storage = sqlite_uri((folder / DATABASE).absolute())
     name = f"{search.name}: {search.label}" if search.label else search.name
     create = partial(
         optuna.create_study,
