@@ -368,13 +368,12 @@ def check_kind(texts: Mapping[str, str], command: str = "fit") -> None:
                     f"--config {path}", f"it is {what}, and {rule}", f"write {instead}"
                 )
         for group in ("trainer", "model", "data"):
-            line, _ = entry_of(group, text) or (0, "")
-            require(
-                given.get(group, {}) is not None,
-                f"{group}: null ({path}, line {line})",
-                f"{group} is a group of settings",
-                f"leave it out or write --{group}.NAME VALUE",
-            )
+            if given.get(group, {}) is None and (entry := entry_of(group, text)):
+                raise InputError(
+                    f"{group}: null ({path}, line {entry[0]})",
+                    f"{group} is a group of settings",
+                    f"leave it out or write --{group}.NAME VALUE",
+                )
 
 
 def class_in(data: object) -> object:
