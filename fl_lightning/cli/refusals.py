@@ -28,6 +28,7 @@ from fl_lightning.config.near_names import (
     MOST_LISTED,
     listed,
     nearest,
+    short_name,
 )
 from fl_lightning.errors import InputError
 
@@ -81,10 +82,7 @@ class UserInput:
         none."""
         value = None
         for name, given in flags_in(self.args):
-            if (
-                name.rstrip("+").replace(".init_args", "").removesuffix(".class_path")
-                == f"--{path}"
-            ):
+            if short_name(name.rstrip("+")) == f"--{path}":
                 value = given
         return value
 

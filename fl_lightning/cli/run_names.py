@@ -12,6 +12,7 @@ import yaml
 from fl_lightning.cli.configs import read_configs
 from fl_lightning.cli.flags import flags_in
 from fl_lightning.config.documents import ODD_NUMBER
+from fl_lightning.config.near_names import short_name
 from fl_lightning.config.packaged import with_found_configs
 from fl_lightning.config.settings import is_free, is_under
 from fl_lightning.errors import InputError
@@ -71,7 +72,7 @@ def _flags(args: Sequence[str]) -> list[tuple[str, bool, str]]:
     found = []
     for name, value in flags_in(args):
         if name.startswith("--"):
-            path = name[2:].replace(".init_args", "").removesuffix(".class_path")
+            path = short_name(name[2:])
             found.append((path.rstrip("+"), path.endswith("+"), value))
     return found
 

@@ -101,6 +101,15 @@ EPOCHS = "{rounds} for rounds of the federation, {epochs} for a client's passes 
 """What to write in place of one of ``EPOCH_NAMES``, by the names of the two settings."""
 
 
+def short_name(key: str) -> str:
+    """Return a dotted key without the levels that may be left out.
+
+    >>> short_name("model.init_args.network.class_path")
+    'model.network'
+    """
+    return key.replace(".init_args", "").removesuffix(".class_path")
+
+
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """Return the valid name closest to ``name``; None if none is close.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from places import CONFIGS
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli import parser as cli
-from fl_lightning.config.settings import FREE_KEYS, changed_settings, settings_hash
+from fl_lightning.config.settings import FREE_KEYS, changed_settings, flatten, settings_hash
 from fl_lightning.errors import InputError
 from fl_lightning.study.execute.cells import StudyCells
 from fl_lightning.study.plan.search import Range, Search
@@ -67,7 +68,9 @@ def test_every_combination_is_a_cell_whose_later_settings_win(write, tmp_path):
     (cell,) = [cell for cell in cells if cell.name == "B b=1-noise=off-lr=0.10-seed4"]
     files = [Path(cell.args[i + 1]).name for i, word in enumerate(cell.args) if word == "--config"]
     assert files == ["base.yaml", "b.yaml", "top.yaml", "off.yaml"]
-    assert cell.args[-3:] == ["--trainer.max_rounds=3", "--model.alpha=null", "--seed_everything=4"]
+    alphas = [word.partition("=")[2] for word in cell.args if word.startswith("--model.alpha=")]
+    assert alphas == ["0.1", "0.2", "null"]
+    assert cell.args[-1] == "--seed_everything=4"
     assert cell.levels == {"noise": "off", "lr": "0.10"}
     assert study.degradation == {"axis": "noise", "stressed": "on", "clean": "off"}
 
@@ -106,6 +109,64 @@ methods: {A: {settings: {model.optimizer: torch.optim.AdamW}}}
     found = yaml.safe_load(cli.resolve(["--config=fedavg.yaml", *cell.args]))
     assert found["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.AdamW"
     assert found["model"]["init_args"]["optimizer"]["init_args"]["eps"] == 1e-6
+
+
+SHARDS = {"class_path": "Shards", "init_args": {"classes_per_client": 3}}
+LR = "model.optimizer.lr"
+LR_IN_FULL = "model.init_args.optimizer.init_args.lr"
+
+
+@pytest.mark.parametrize(
+    ("method", "level", "expected"),
+    [
+        (
+            {"trainer.callbacks+": "LabelNoise", "trainer.callbacks.round": 3},
+            {"trainer.callbacks+": "StragglerDropout", "trainer.callbacks.mode": "before"},
+            {
+                "trainer.callbacks.0.init_args.round": 3,
+                "trainer.callbacks.1.init_args.mode": "before",
+            },
+        ),
+        (
+            {"trainer.callbacks+": "LabelNoise"},
+            {"trainer.callbacks": []},
+            {"trainer.callbacks.0.class_path": None},
+        ),
+        ({LR_IN_FULL: 0.5}, {LR: 0.001}, {LR_IN_FULL: 0.001}),
+        (
+            {"model.network.class_path": "ResidualMLP"},
+            {"model.network": "mlp"},
+            {"model.init_args.network": "mlp"},
+        ),
+        (
+            {"trainer.secure_sum.threshold": 0.6},
+            {"trainer.secure_sum": None},
+            {"trainer.secure_sum.threshold": None},
+        ),
+        (
+            {"data.partition.classes_per_client": 4},
+            {"data.partition": {"class_path": "Shards"}},
+            {"data.init_args.partition.init_args.classes_per_client": 4},
+        ),
+    ],
+)
+def test_settings_count_as_flags_typed_one_after_another(write, method, level, expected):
+    document = {
+        "study": "small",
+        "seeds": [0],
+        "settings": {
+            "trainer.callbacks": [],
+            "trainer.secure_sum": {"neighbours": "all"},
+            "data.partition": SHARDS,
+            "model.network": "small_cnn",
+            LR: 0.1,
+        },
+        "methods": {"A": {"settings": method}},
+        "grid": {"axis": {"level": {"settings": level}}},
+    }
+    (cell,) = Study.read(write(json.dumps(document))).cells()
+    found = flatten(yaml.safe_load(cli.resolve(["--config=fedavg.yaml", *cell.args])))
+    assert {key: found.get(key) for key in expected} == expected
 
 
 def test_a_study_reads_no_number_to_another_base(write):
@@ -526,6 +587,7 @@ seed: 9
     search = Search.read(write(text))
     assert [set(part.space) for part in search.parts] == [{"model.lr"}, {"model.lr", "model.alpha"}]
     assert set(search.space) == {"model.lr"}
+    full = "model.init_args.lr"
     for wrong, said in (
         (text.replace("{B:", "{C:"), "space_of.C"),
         (
@@ -534,6 +596,9 @@ seed: 9
         ),
         (text.replace("[1, 2]", "[[1]]"), "space_of.B.model.alpha"),
         (text.replace("model.alpha", "model.lr"), "space_of.B.model.lr; it is in space as well"),
+        (text.replace("model.alpha", full), f"space_of.B.{full}; it is in space as well"),
+        (text.replace("1.0}", f"1.0}}, {full}: [1]"), f"space: {full}; it is model.lr, spelt"),
+        (text + f"settings: {{{full}: 1}}", f"settings: {full}; it is in space as well"),
         (
             text.replace("{low: 0.1, high: 1.0}", "[0.1, 1.0]").replace("trials: 2", "trials: 3"),
             "trials: 3; A has 2 combinations of values; every method has as many trials; write trials: 2",
@@ -576,6 +641,7 @@ trials: 5
     }
     assert [r.is_whole for r in search.space.values() if isinstance(r, Range)] == [False, True]
     assert search.args({"model.kl": "reverse"}, final=True)[2:] == [
+        "--trainer.max_rounds=3",
         "--trainer.max_rounds=9",
         "--model.kl=reverse",
         "--seed_everything=0",

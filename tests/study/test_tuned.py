@@ -247,8 +247,7 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     }
     study = Study.read(tmp_path / "study.yaml")
     for cell in study.cells():
-        assert f"--{LR}={chosen[cell.method]}" in cell.args
-        assert [word for word in cell.args if LR in word] == [f"--{LR}={chosen[cell.method]}"]
+        assert [word for word in cell.args if LR in word][-1] == f"--{LR}={chosen[cell.method]}"
     (tmp_path / "elsewhere").mkdir()
     copy = tmp_path / "elsewhere" / "copy.yaml"
     copy.write_text(study.to_yaml())  # what a sweep leaves beside the runs needs no other file
@@ -269,10 +268,10 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     levels = STUDY.replace("data.num_clients: 9", f"{LR}: 0.7")
     write(tmp_path, study=levels)
     cells = {cell.name: cell.args for cell in Study.read(tmp_path / "study.yaml").cells()}
-    assert f"--{LR}=0.7" in cells["Low-clients=many-seed0"]
+    assert cells["Low-clients=many-seed0"][-2] == f"--{LR}=0.7"
     said = f"Where a level of the grid sets `{LR}`, its value counts"
     assert said not in text
-    for key in (LR, "model.optimizer", f"{LR}.more"):
+    for key in (LR, "model.optimizer", f"{LR}.more", LR.replace(".init_args", "")):
         write(tmp_path, study=STUDY.replace("data.num_clients: 9", f"{key}: 0.7"))
         assert Study.read(tmp_path / "study.yaml").set_by_levels([LR, "other"]) == LR
     write(tmp_path, study=levels)

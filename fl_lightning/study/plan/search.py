@@ -35,7 +35,7 @@ outcome is a record that the study reads by ``tuned``:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf, prod
@@ -51,7 +51,7 @@ from optuna.distributions import (
 )
 from optuna.samplers import TPESampler
 
-from fl_lightning.config.near_names import nearest
+from fl_lightning.config.near_names import nearest, short_name
 from fl_lightning.rng import stream
 from fl_lightning.study.metric_names import (
     MEASURES,
@@ -63,7 +63,7 @@ from fl_lightning.study.metric_names import (
 from fl_lightning.study.plan.entries import PATHS, SETTINGS
 from fl_lightning.study.plan.schema import entry
 from fl_lightning.study.plan.spec_file import Seed, SpecFile
-from fl_lightning.study.plan.study import Study, as_arguments, layered_settings
+from fl_lightning.study.plan.study import Study, as_arguments
 from fl_lightning.study.plan.tuned import method_hash
 
 METRIC = "final/best_val_accuracy"
@@ -148,6 +148,8 @@ class Search:
         label: the method of the study that is tuned; empty: the configuration of the file.
         parts: the searches of all methods of a study; empty where there is one alone.
         record: the file that the outcome of all parts is written to; None where there are none.
+        beneath: the settings of the study and of the method that is tuned, over which ``settings``
+            are layered.
     """
 
     study: str
@@ -164,6 +166,7 @@ class Search:
     label: str = ""
     parts: tuple[MethodSearch, ...] = ()
     record: Path | None = None
+    beneath: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def read(cls, path: str | Path) -> Search:
@@ -199,7 +202,7 @@ class Search:
     ) -> list[str]:
         """Return the arguments of ``fit`` with these values of the space, at the first seed or
         another."""
-        settings = layered_settings(self.settings, self.final if final else {}, chosen)
+        settings = [*self.beneath, self.settings, self.final if final else {}, chosen]
         return as_arguments(self.configs, settings, self.seed if seed is None else seed)
 
     def corners(self) -> list[dict[str, Any]]:
@@ -296,7 +299,8 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
         instead = "write direction: maximize, or minimize"
         file.require(way or better, f"metric: {metric}, without a direction", rule, instead)
         way = way or ("maximize" if better == 1 else "minimize")
-    for key in (*given.space, *(key for own in given.space_of.values() for key in own)):
+    tuned = [*given.space, *(key for own in given.space_of.values() for key in own)]
+    for key in tuned:
         file.setting(key, "space")
     shared: dict[str, Any] = {
         "path": file.path,
@@ -311,10 +315,7 @@ def _search(file: SpecFile, given: SearchEntries) -> Search:
     settings = file.settings(given.settings, "settings")
     final = file.settings(given.final, "final")
     for where, fixed in (("settings", settings), ("final", final)):
-        twice = min(
-            {*fixed} & {key for own in (given.space, *given.space_of.values()) for key in own},
-            default="",
-        )
+        twice = _also_in(fixed, tuned)
         rule = "it is in space as well, and what is tuned has the values of trials"
         file.require(not twice, f"{where}: {twice}", rule, "leave one of them out")
     if Path(given.study).suffix in (".yaml", ".yml"):
@@ -360,8 +361,8 @@ def _search_of_study(
     file.require(judged is None, f"seed: {judged}", rule, f"write seed: {free}")
     rule, instead = "it is in space as well, which every method has", "leave it out of one of them"
     for label, own_space in given.space_of.items():
-        twice = min({*own_space} & {*given.space}, default=None)
-        file.require(twice is None, f"space_of.{label}.{twice}", rule, instead)
+        twice = _also_in(own_space, given.space)
+        file.require(not twice, f"space_of.{label}.{twice}", rule, instead)
     foreign = min(set(given.space_of) - set(study.methods), default=None)
     rule = f"the study {study.name} has no such method"
     instead = f"write one of {', '.join(study.methods)}"
@@ -373,8 +374,9 @@ def _search_of_study(
         MethodSearch(
             study=name,
             configs=(*study.configs, *method.configs, *study.overlays, *configs),
-            settings=layered_settings(study.settings, method.settings, settings),
+            settings=settings,
             final={},
+            beneath=(study.settings, method.settings),
             label=label,
             method_sha256=method_hash(method.configs, method.settings),
             runs_sha256=study.runs_hash(label),
@@ -398,7 +400,18 @@ def _search_of_study(
     )
 
 
+def _also_in(keys: Iterable[str], others: Iterable[str]) -> str:
+    """Return a key of a setting that is among others, however both are spelt; empty without one."""
+    names = {*map(short_name, others)}
+    return min((key for key in keys if short_name(key) in names), default="")
+
+
 def _space(file: SpecFile, given: Mapping[str, Any], where: str) -> dict[str, Range | list[Any]]:
+    first: dict[str, str] = {}
+    for key in given:
+        same = first.setdefault(short_name(key), key)
+        rule = f"it is {same}, spelt another way"
+        file.require(same == key, f"{where}: {key}", rule, "leave one of them out")
     return {key: _allowed(file, value, f"{where}.{key}") for key, value in given.items()}
 
 

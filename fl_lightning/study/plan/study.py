@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fl_lightning.config.near_names import nearest
+from fl_lightning.config.near_names import nearest, short_name
 from fl_lightning.config.settings import is_under
 from fl_lightning.errors import InputError
 from fl_lightning.study.metric_names import (
@@ -439,15 +439,16 @@ class Study:
         """Return which of these settings a level of the grid sets, or a part or the whole of, in
         one line; empty where there is none."""
         levels = [level for axis in self.grid.values() for level in axis.values()]
-        own = [f"{key}." for level in levels for key in level.settings]
-        parts = ((key, f"{key}.") for key in keys)
+        # what a level appends to a list takes no other's place
+        set_there = [key for level in levels for key in level.settings if not key.endswith("+")]
+        own = [*map(short_name, set_there)]
+        short = {key: short_name(key.rstrip("+")) for key in keys}
         taken = (
             key
-            for key, part in parts
-            for one in own
-            if part.startswith(one) or one.startswith(part)
+            for key, name in short.items()
+            if is_under(name, own) or any(is_under(one, [name]) for one in own)
         )
-        return ", ".join(sorted({*taken}))
+        return ", ".join(sorted(taken))
 
     def _cell(self, label: str, seed: int, levels: dict[str, str]) -> Cell:
         method = self.methods[label]
@@ -458,12 +459,12 @@ class Study:
             *self.overlays,
             *(path for level in chosen for path in level.configs),
         ]
-        settings = layered_settings(
+        settings = [
             self.settings,
             method.settings,
             tuned_settings(self.tuned, label, levels),
             *(level.settings for level in chosen),
-        )
+        ]
         return Cell(label, seed, levels, as_arguments(configs, settings, seed))
 
     def to_yaml(self, path: Callable[[Path], str] = absolute) -> str:
@@ -484,30 +485,20 @@ class Study:
         )
 
 
-def layered_settings(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of which those of a later part win.
+def as_arguments(
+    configs: Sequence[Path], parts: Sequence[Mapping[str, Any]], seed: int
+) -> list[str]:
+    """Return the arguments of ``fit``.
 
-    Flags are read in their order, and one setting can be a part of another: a part that is given
-    again, and a mapping of which parts were given, then come last. Others keep their place, since a
-    class comes before settings that only it has.
-
-    >>> layered_settings({"a.b": 1, "c": 1}, {"a": {"b": 2}}, {"a.b": 3, "c": 3})
-    {'c': 3, 'a': {'b': 2}, 'a.b': 3}
+    Args:
+        configs: the configurations, each on top of those before.
+        parts: mappings of dotted settings. They are flags one after another, as if they had been
+            typed, so that the last one wins, ``+`` appends, and what a class was given stays while
+            the class does.
+        seed: of the run.
     """
-    found: dict[str, Any] = {}
-    for key, value in (item for part in parts for item in part.items()):
-        others = [one for one in found if one != key]
-        covers = isinstance(value, Mapping) and any(is_under(one, [key]) for one in others)
-        if covers or any(is_under(key, [one]) for one in others):
-            found.pop(key, None)
-        found[key] = value
-    return found
-
-
-def as_arguments(configs: Sequence[Path], settings: Mapping[str, Any], seed: int) -> list[str]:
-    """Return the arguments of ``fit``."""
     layered = [part for path in configs for part in ("--config", str(path))]
-    flags = [f"--{key}={as_flag(value)}" for key, value in settings.items()]
+    flags = [f"--{key}={as_flag(value)}" for part in parts for key, value in part.items()]
     return [*layered, *flags, f"--seed_everything={seed}"]
 
 
