@@ -79,6 +79,7 @@ TEXTS = [
     SECURE,
 ]
 RUN = "0123456789abcdef"
+SUM = SecureSum(threshold=0.6)
 FORM = SumForm((("weights", 4, 10),))
 
 
@@ -439,7 +440,7 @@ def kept_rounds(folder: Path, round: int = 1, start: str = "0") -> dict[int, Sec
     for id in range(3):
         nodes[id] = SecureRounds(folder / str(id))
         vector = torch.arange(5) + 100 * id + 7
-        nodes[id].rounds[RUN] = KeptRound(round, 2, {id: vector}, {id: start})
+        nodes[id].rounds[RUN] = KeptRound(round, SUM, 3, {id: vector}, {id: start})
     return nodes
 
 
@@ -493,7 +494,7 @@ def add_up(
             yield id, parts[0]
 
     asked = MaskedRound(
-        SecureSum(threshold=0.6),
+        SUM,
         SimpleNamespace(seed=0, server={"weights": torch.zeros(4)}, adapters=AS_THEY_ARE),
         round,
         dict.fromkeys(nodes, ""),
@@ -548,14 +549,14 @@ def private_rounds(folder: Path, ids: Sequence[int]) -> SecureRounds:
     node = SecureRounds(folder)
     vectors = {id: torch.arange(5) + id for id in ids}
     starts = dict.fromkeys(ids, "0")
-    node.rounds[RUN] = KeptRound(1, 2, vectors, starts, once=True)
+    node.rounds[RUN] = KeptRound(1, SUM, len(ids), vectors, starts, once=True)
     return node
 
 
 def masked_of(node: SecureRounds, ids: Sequence[int]) -> set[int]:
     """The clients whose masked vectors leave a node; it is not asked for more."""
     header = {"kind": "phase", "run": RUN, "round": 1, "clients": [*ids]}
-    server = SecureServer(SecureSum(threshold=0.6), ids, 5)
+    server = SecureServer(SUM, ids, 5)
 
     def ask(phase: str, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         parts = tuple(messages[id] for id in ids) if messages else ()

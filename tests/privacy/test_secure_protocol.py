@@ -58,6 +58,12 @@ def total_of(vectors, ids) -> list[int]:
     return [(value + 2**63) % 2**64 - 2**63 for value in sums]
 
 
+def group_of(settings: SecureSum, ids, cohort: int = 0) -> dict[int, SecureClient]:
+    """Clients that were told of a cohort; 0: their own."""
+    cohort = cohort or len(ids)
+    return {id: SecureClient(id, settings, cohort, stream(0, "k", 0, id).bytes) for id in ids}
+
+
 @pytest.mark.parametrize(
     "settings", [SecureSum(), SecureSum(neighbours=4), SecureSum(0.51, neighbours=2)]
 )
@@ -292,9 +298,12 @@ def test_a_client_gives_one_secret_of_each_neighbour_once():
     mask key too few living clients, a second answer."""
     ids = [0, 1, 2, 3]
     server = SecureServer(SecureSum(0.75), ids, 1)
-    group = {id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes) for id in ids}
+    group = group_of(server.settings, ids)
     lists = server.pass_on_keys({id: client.keys() for id, client in group.items()})
     boxes = server.pass_on_shares({id: client.shares(lists[id]) for id, client in group.items()})
+    of_one = {name: tensor[[0, 0]] for name, tensor in Payload.from_bytes(boxes[0]).items()}
+    with pytest.raises(ProtocolError, match=r"envelopes of \[1, 1\]"):
+        group[0].take_shares(Payload(of_one).to_bytes())
     for id, client in group.items():
         client.take_shares(boxes[id])
 
@@ -315,7 +324,7 @@ def test_a_client_gives_one_secret_of_each_neighbour_once():
 def test_the_server_drops_who_sends_no_message_of_the_form(caplog):
     ids = [0, 1, 2, 3]
     server = SecureServer(SecureSum(0.75), ids, 2)
-    group = {id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes) for id in ids}
+    group = group_of(server.settings, ids)
     messages = {id: client.keys() for id, client in group.items()} | {3: b"no payload"}
     lists = server.pass_on_keys(messages)
     assert sorted(lists) == [0, 1, 2]
@@ -338,12 +347,55 @@ def test_a_key_that_nobody_can_use_costs_its_client_alone_the_round(which):
     unmask."""
     ids = [*range(5)]
     server = SecureServer(SecureSum(0.6), ids, 2)
-    keys = {
-        id: SecureClient(id, server.least_shares, stream(0, "k", 0, id).bytes).keys() for id in ids
-    }
+    keys = {id: client.keys() for id, client in group_of(server.settings, ids).items()}
     honest = dict(Payload.from_bytes(keys[4]).items())
     keys[4] = Payload({**honest, which: torch.zeros(32, dtype=torch.uint8)}).to_bytes()
     assert sorted(server.pass_on_keys(keys)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("neighbours", ["all", 2])
+def test_a_client_shares_its_secrets_with_no_more_than_the_cohort_that_it_was_told_of(neighbours):
+    """Of a smaller cohort t is smaller, and both secrets of a client come out, or a sum of few."""
+    settings, ids = SecureSum(1.0, neighbours), [*range(5)]
+    for told, k in ((2, 1), (4, 3), (5, 4), (6, 5)):
+        group = group_of(settings, ids, told)
+        lists = SecureServer(settings, ids, 1).pass_on_keys(
+            {id: client.keys() for id, client in group.items()}
+        )
+        if len(Payload.from_bytes(lists[0]).tensor("ids")) > k:
+            with pytest.raises(ProtocolError, match=f"client 0; it has at most {k} neighbours"):
+                group[0].shares(lists[0])
+        elif told == 6 and neighbours == "all":
+            with pytest.raises(ProtocolError, match="6 clients reconstruct a secret"):
+                group[0].shares(lists[0])
+        else:
+            group[0].shares(lists[0])
+
+
+@pytest.mark.parametrize("unread_bit", [0, 0x80])
+def test_masks_with_two_neighbours_are_never_the_same(unread_bit, caplog):
+    """Two that have one key cancel. Of a key's 256 bits X25519 reads 255."""
+    ids = [1, 2, 3, 4]
+    group = group_of(DEFAULT, ids)
+    keys = {id: client.keys() for id, client in group.items()}
+
+    def copied(message: bytes, row) -> bytes:
+        """A message whose mask keys have that of client 1 in one more place."""
+        mask = Payload.from_bytes(message).tensor("mask").clone()
+        mask[row] = Payload.from_bytes(keys[1]).tensor("mask")
+        mask[row][..., -1] ^= unread_bit
+        return Payload({**dict(Payload.from_bytes(message).items()), "mask": mask}).to_bytes()
+
+    lists = SecureServer(DEFAULT, ids, 1).pass_on_keys(keys)
+    with pytest.raises(
+        ProtocolError,
+        match="client 2; it has at most 3 neighbours, each with a mask key of its own",
+    ):
+        group[2].shares(copied(lists[2], 1))
+    server = SecureServer(SecureSum(0.51), [*ids, 5, 6], 1)
+    keys |= {id: client.keys() for id, client in group_of(DEFAULT, [5, 6]).items()}
+    assert sorted(server.pass_on_keys(keys | {3: copied(keys[3], slice(None))})) == [2, 4, 5, 6]
+    assert "clients 1, 3 drop out: they sent one public key" in caplog.text
 
 
 def test_bytes_by_hand():

@@ -50,7 +50,8 @@ class KeptRound:
 
     Args:
         round: number of the round.
-        least_shares: t, the shares that reconstruct a secret.
+        settings: of the secure sum.
+        cohort: clients of the round, as the server says.
         vectors: of each client that was trained, int64 ``[L]``; None for one whose upload was
             refused.
         starts: SHA-256 of the broadcast that each of them started from.
@@ -60,7 +61,8 @@ class KeptRound:
     """
 
     round: int
-    least_shares: int
+    settings: SecureSum
+    cohort: int
     vectors: dict[int, Tensor | None] = field(default_factory=dict)
     starts: dict[int, str] = field(default_factory=dict)
     clients: dict[int, SecureClient] = field(default_factory=dict)
@@ -131,9 +133,8 @@ class SecureRounds:
         self.rounds.pop(run, None)
         while len(self.rounds) >= MAX_RUNS:
             self.rounds.pop(next(iter(self.rounds)))
-        self.rounds[run] = KeptRound(
-            round, settings.least_shares(cohort), once=fed.aggregation.privacy is not None
-        )
+        once = fed.aggregation.privacy is not None
+        self.rounds[run] = KeptRound(round, settings, cohort, once=once)
         return self.rounds[run]
 
     def answer(self, message: Message) -> tuple[dict[str, Any], list[bytes]]:
@@ -177,7 +178,9 @@ class SecureRounds:
             if not kept.once:  # else each client was noted before its vector left
                 self._check_unmasked(str(run), kept, given)
         elif phase == "keys":
-            kept.clients = {id: SecureClient(id, kept.least_shares, os.urandom) for id in ids}
+            kept.clients = {
+                id: SecureClient(id, kept.settings, kept.cohort, os.urandom) for id in ids
+            }
         answers = {}
         for id, part in given.items():
             try:

@@ -22,6 +22,7 @@ from fl_lightning.privacy.secure.primitives import (
     seal,
     split,
 )
+from fl_lightning.privacy.secure.settings import SecureSum
 from fl_lightning.wire import Payload
 
 
@@ -30,18 +31,25 @@ class SecureClient:
 
     Args:
         id: the client.
-        least_shares: t, the shares that reconstruct a secret.
+        settings: of the secure sum.
+        cohort: clients of the round.
         random_bytes: gives as many random bytes as it is asked for: ``os.urandom``, or a stream of
             a simulation.
     """
 
-    def __init__(self, id: int, least_shares: int, random_bytes: Callable[[int], bytes]) -> None:
-        self.id, self.least_shares = id, least_shares
+    def __init__(
+        self, id: int, settings: SecureSum, cohort: int, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        self.id, self.most_neighbours = id, settings.degree(cohort)
+        self.least_shares = settings.least_shares(cohort)
+        """t, the shares that reconstruct a secret."""
         self.own_seed, self.mask_seed = random_bytes(SEED_BYTES), random_bytes(SEED_BYTES)
         self.envelope_key = private_key(random_bytes(SEED_BYTES))
         self.mask_key = private_key(self.mask_seed)
-        self.neighbours: dict[int, tuple[bytes, bytes]] = {}
-        """Public envelope key and mask key of each neighbour."""
+        self.neighbours: dict[int, bytes] = {}
+        """Public envelope key of each neighbour."""
+        self.masks: dict[int, bytes] = {}
+        """The key of the mask that this client has in common with each neighbour."""
         self.sharers: list[int] = []
         """Neighbours that dealt their shares: those that masks are exchanged with."""
         self.held: dict[int, tuple[bytes, bytes]] = {}
@@ -66,12 +74,23 @@ class SecureClient:
             message: the neighbours' public keys.
 
         Raises:
-            ProtocolError: too few neighbours to reconstruct anything, or this client among them.
+            ProtocolError: there are too few neighbours to reconstruct anything, more than the
+                cohort has, or this client is among them; a key is of low order, or two neighbours
+                have one mask key, whose masks cancel.
         """
         given = Payload.from_bytes(message)
         ids = given.tensor("ids").tolist()
-        keys = zip(_rows(given.tensor("envelope")), _rows(given.tensor("mask")), strict=True)
-        self.neighbours = dict(zip(ids, keys, strict=True))
+        self.neighbours = dict(zip(ids, _rows(given.tensor("envelope")), strict=True))
+        self.masks = {
+            id: agreed_key(self.mask_key, public, "mask")
+            for id, public in zip(ids, _rows(given.tensor("mask")), strict=True)
+        }
+        if len(ids) > self.most_neighbours or len({*self.masks.values()}) < len(ids):
+            raise ProtocolError(
+                f"neighbours {ids} of client {self.id}",
+                f"it has at most {self.most_neighbours} neighbours, each with a mask key of its own",
+                "leave the round",
+            )
         if self.id in self.neighbours or len(self.neighbours) + 1 < self.least_shares:
             raise ProtocolError(
                 f"neighbours {ids} of client {self.id}",
@@ -106,7 +125,7 @@ class SecureClient:
         self.sharers = given.tensor("ids").tolist()
         envelopes = _rows(given.tensor("envelopes"))
         if (
-            len(self.sharers) + 1 < self.least_shares
+            len({*self.sharers}) + 1 < self.least_shares
             or not {*self.sharers} <= self.neighbours.keys()
         ):
             raise ProtocolError(
@@ -134,11 +153,7 @@ class SecureClient:
         masked = vector.numpy().view(np.uint64).copy()
         add_mask(masked, own_mask_key(self.own_seed))
         for id in self.sharers:
-            add_mask(
-                masked,
-                agreed_key(self.mask_key, self.neighbours[id][1], "mask"),
-                mask_sign(self.id, id),
-            )
+            add_mask(masked, self.masks[id], mask_sign(self.id, id))
         return Payload({"masked": torch.from_numpy(masked.view(np.int64))}).to_bytes()
 
     def unmask(self, message: bytes) -> bytes:
@@ -169,7 +184,7 @@ class SecureClient:
 
     def _envelope_key(self, neighbour: int, sender: int, receiver: int) -> bytes:
         return agreed_key(
-            self.envelope_key, self.neighbours[neighbour][0], f"envelope {sender} {receiver}"
+            self.envelope_key, self.neighbours[neighbour], f"envelope {sender} {receiver}"
         )
 
 

@@ -61,14 +61,14 @@ def agreed_key(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
     return derived_key(secret, purpose)
 
 
-def agrees(public: bytes) -> bool:
-    """Return whether a public key gives a secret with that of somebody else; one of low order gives
-    none."""
-    try:
-        agreed_key(private_key(bytes(SEED_BYTES)), public, "check")
-    except ProtocolError:
-        return False
-    return True
+def point_of(public: bytes) -> bytes:
+    """Return what is the same of two public keys that give everybody the same secret, as several
+    that are written differently do.
+
+    Raises:
+        ProtocolError: the key is of low order, and gives no secret.
+    """
+    return agreed_key(private_key(bytes(SEED_BYTES)), public, "check")
 
 
 def fingerprint(secret: bytes) -> bytes:

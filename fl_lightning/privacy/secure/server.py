@@ -18,11 +18,12 @@ from fl_lightning.privacy.secure.primitives import (
     KEY_BYTES,
     SEED_BYTES,
     TAG_BYTES,
+    ProtocolError,
     add_mask,
     agreed_key,
-    agrees,
     combine,
     fingerprint,
+    point_of,
     private_key,
     public_key,
 )
@@ -80,18 +81,30 @@ class SecureServer:
         """Holders whose next share is used last and looked at."""
 
     def pass_on_keys(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Return the public keys of its neighbours for each client that sent its own.
+        """Return the public keys of its neighbours for each client that sent its own. Clients that
+        sent one key drop out, and so does one whose key gives no secret: neighbours would have to
+        leave.
 
         Raises:
             RoundVoid: too few did.
         """
         shape = {"envelope": (KEY_BYTES,), "mask": (KEY_BYTES,)}
+        senders: dict[bytes, list[int]] = {}
         for id, given in _readable(messages, lambda id: shape).items():
             keys = _bytes(given.tensor("envelope")), _bytes(given.tensor("mask"))
-            if all(map(agrees, keys)):  # else its neighbours would have to leave
-                self.public[id] = keys
-            else:
-                log.warning("secure sum: client %d drops out: a public key of low order", id)
+            try:
+                points = {*map(point_of, keys)}
+            except ProtocolError as error:
+                log.warning("secure sum: client %d drops out: %s", id, error)
+                continue
+            self.public[id] = keys
+            for point in points:
+                senders.setdefault(point, []).append(id)
+        for ids in senders.values():
+            if len(ids) > 1:  # who has copied it is not known
+                both = ", ".join(map(str, ids))
+                log.warning("secure sum: clients %s drop out: they sent one public key", both)
+                self.public = {id: keys for id, keys in self.public.items() if id not in ids}
         self._require_enough(self.public, "sent their keys")
         self.graph = self.settings.graph([id for id in self.ring if id in self.public])
         return {

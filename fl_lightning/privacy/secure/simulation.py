@@ -118,7 +118,6 @@ def run_round(
     outcome = Outcome()
     traffic = outcome.traffic
     cohort = sorted(leaves_before)
-    least_shares = settings.least_shares(len(cohort))
     ring = rng.stream(seed, "secure_ring", round).permutation(cohort).tolist()
     server = SecureServer(settings, ring, length)
     outcome.named = server.named
@@ -144,7 +143,9 @@ def run_round(
     try:
         with traffic.timed("keys"):
             clients = {
-                id: SecureClient(id, least_shares, rng.stream(seed, "secure_keys", round, id).bytes)
+                id: SecureClient(
+                    id, settings, len(cohort), rng.stream(seed, "secure_keys", round, id).bytes
+                )
                 for id in present("keys")
             }
             advertised = {id: client.keys() for id, client in clients.items()}
