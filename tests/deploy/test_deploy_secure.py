@@ -434,18 +434,22 @@ def test_a_node_has_the_state_of_the_server_that_vectors_are_made_of(tmp_path):
 # The two halves alone
 
 
-def kept_rounds(folder: Path, round: int = 1, start: str = "0") -> dict[int, SecureRounds]:
+def kept_rounds(
+    folder: Path, round: int = 1, start: str = "0", run: str = RUN
+) -> dict[int, SecureRounds]:
     """Three nodes, each with one client's vector."""
     nodes = {}
     for id in range(3):
         nodes[id] = SecureRounds(folder / str(id))
         vector = torch.arange(5) + 100 * id + 7
-        nodes[id].rounds[RUN] = KeptRound(round, SUM, 3, {id: vector}, {id: start})
+        nodes[id].rounds[run] = KeptRound(round, SUM, 3, {id: vector}, {id: start})
     return nodes
 
 
-def phase_message(phase: str, id: int, part: bytes = b"", round: int = 1) -> Message:
-    header = {"kind": "phase", "run": RUN, "round": round, "phase": phase, "clients": [id]}
+def phase_message(
+    phase: str, id: int, part: bytes = b"", round: int = 1, run: str = RUN
+) -> Message:
+    header = {"kind": "phase", "run": run, "round": round, "phase": phase, "clients": [id]}
     return Message(header, (part,) if phase != "keys" else ())
 
 
@@ -483,6 +487,7 @@ def add_up(
     nodes: Mapping[int, SecureRounds], silent: Mapping[str, int] | None = None, round: int = 1
 ):
     """The outcome, and the messages of each client by phase."""
+    (run,) = nodes[0].rounds
     seen: dict[tuple[str, int], bytes] = {}
 
     def ask(phase: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
@@ -490,7 +495,7 @@ def add_up(
             seen[phase, id] = message
             if (silent or {}).get(phase) == id:
                 continue
-            _, parts = nodes[id].answer(phase_message(phase, id, message, round))
+            _, parts = nodes[id].answer(phase_message(phase, id, message, round, run))
             yield id, parts[0]
 
     asked = MaskedRound(
@@ -533,12 +538,16 @@ def test_phases_are_answered_once_and_in_order(tmp_path):
 
 
 def test_a_second_sum_of_a_round_is_the_same_or_refused(tmp_path):
-    """Also by a node that was started again."""
+    """Also by a node that was started again, and in a run of another id, which servers choose. A
+    private sum that the client was in says nothing of another run's."""
+    kept_rounds(tmp_path)[0]._write("private", 1, {"0": {"0": []}})
     first, _ = add_up(kept_rounds(tmp_path))
-    same, _ = add_up(kept_rounds(tmp_path))
-    assert same.total.tolist() == first.total.tolist()
-    with pytest.raises(InputError, match="a second sum of round 1 over other clients"):
-        add_up(kept_rounds(tmp_path), silent={"masked": 2})
+    for run in (RUN, "another"):
+        same, _ = add_up(kept_rounds(tmp_path, run=run))
+        assert same.total.tolist() == first.total.tolist()
+    for run in (RUN, "another", "third"):
+        with pytest.raises(InputError, match="a second sum of round 1 over other clients"):
+            add_up(kept_rounds(tmp_path, run=run), silent={"masked": 2})
     for other in (kept_rounds(tmp_path, start="1"), kept_rounds(tmp_path, round=2)):
         outcome, _ = add_up(other, silent={"masked": 2}, round=other[0].rounds[RUN].round)
         assert outcome.living == {0, 1}

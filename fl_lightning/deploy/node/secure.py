@@ -107,9 +107,10 @@ class SecureRounds:
     Args:
         folder: ``<folder>/<run>/round_<round>.json`` says for each client of the node and each
             broadcast that it started the round from in whose company its vector was unmasked. A
-            server that is started again and repeats a round gets the same sum once more, and no
+            server that repeats a round, in whichever run, gets the same sum once more, and no
             other: two sums that differ by one client are that client's vector. Of a private round
-            the company is empty, and the client is there before its vector leaves.
+            the company is empty, and the client is there before its vector leaves; the round of
+            another run has its own noise, and is accounted there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -241,16 +242,20 @@ class SecureRounds:
 
     def _check_unmasked(self, run: str, kept: KeptRound, requests: Mapping[int, bytes]) -> None:
         """Write in whose company vectors are about to be unmasked, and refuse another company than
-        before.
+        before, in this run or another one.
         """
-        known = self._known(run, kept.round)
+        known, path = self._known(run, kept.round), self._path(run, kept.round)
+        found = [json.loads(each.read_text()) for each in self.folder.glob(f"*/{path.name}")]
         for id, request in requests.items():
             living = Payload.from_bytes(request).tensor("living").tolist()
-            if known.setdefault(str(id), {}).setdefault(kept.starts[id], living) != living:
+            start = kept.starts[id]
+            here = known.setdefault(str(id), {}).setdefault(start, living)
+            others = [each.get(str(id), {}).get(start) or living for each in found]
+            if any(company != living for company in [here, *others]):
                 raise InputError(
                     f"a second sum of round {kept.round} over other clients",
                     "two sums that differ by one client are that client's vector",
-                    "leave the round",
+                    "leave the round, or begin a new run with another seed",
                 )
         self._write(run, kept.round, known)
 
