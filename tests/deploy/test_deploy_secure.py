@@ -392,14 +392,21 @@ def test_a_client_that_lies_voids_no_round_and_is_left_out(tmp_path, monkeypatch
     assert statuses == ["trained"] * 4 + ["lost"] * 4 + ["dropped"] + ["trained"] * 3
 
 
-def test_a_node_whose_owner_wants_secure_sums_refuses_a_plain_run(tmp_path):
+@pytest.mark.parametrize(
+    ("more", "here"),
+    [([], "None"), ([RING.replace("0.6", "0.8")], r"{'threshold': 0.8, 'neighbours': 2}")],
+    ids=["plain", "ring"],
+)
+def test_a_node_whose_owner_wants_secure_sums_refuses_others(more, here, tmp_path):
+    """What the owner's file leaves out has its default, and not the value of the server."""
+    base = tmp_path / "base.yaml"
+    base.write_text("trainer: {secure_sum: {threshold: 0.8}}\n")
     overlay = tmp_path / "overlay.yaml"
-    overlay.write_text("trainer: {secure_sum: {threshold: 0.8}}\n")
+    overlay.write_text("base: base.yaml\n")
     node = Node(NodeSettings(tmp_path / "node0", name="n0"), builder([overlay]))
-    with pytest.raises(
-        InputError, match=r"node n0; secure sum: .*'threshold': 0.8.* there, None here"
-    ):
-        deployed("fedavg", tmp_path, InProcess({"node0": node}))
+    there = "{'threshold': 0.8, 'neighbours': 'all'}"
+    with pytest.raises(InputError, match=f"node n0; secure sum: {there} there, {here} here"):
+        deployed("fedavg", tmp_path, InProcess({"node0": node}), *more)
 
 
 def test_what_changes_uploads_is_refused(tmp_path):

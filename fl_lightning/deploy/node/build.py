@@ -27,6 +27,8 @@ APART = (
     "trainer.privacy",
 )
 """Settings that no client's training reads, and those that the server compares itself."""
+PROTECTION = ("trainer.secure_sum", "trainer.privacy")
+"""Settings of which a node takes nothing from the server where its owner's files name them."""
 MAX_CHANGES = 3
 """Settings that a refusal names."""
 
@@ -67,15 +69,27 @@ def counter(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Count:
 
 def _names_of_owner(overlays: Sequence[Path], own: OwnData | None) -> set[str]:
     """Return the packages that files of the node's owner name, and that are therefore imported."""
-    files = [
-        layer for overlay in overlays if (path := find_config(overlay)) for layer in layers(path)
-    ]
-    files += [own.given] if own is not None and own.given.suffix in (".yaml", ".yml") else []
-    found: set[str] = set()
-    for file in files:
+    given = own is not None and own.given.suffix in (".yaml", ".yml")
+    configs = _read([*overlays, own.given] if given else overlays)
+    return {name for config in configs for name in names_in(config)}
+
+
+def _read(files: Sequence[Path]) -> list[Any]:
+    """Return the documents of configuration files, and of those that they are based on."""
+    found = []
+    for file in (layer for file in files if (path := find_config(file)) for layer in layers(path)):
         with suppress(OSError, ValueError, yaml.YAMLError):  # said in words when the file is used
-            found |= names_in(yaml.safe_load(file.read_text()))
+            found.append(yaml.safe_load(file.read_text()))
     return found
+
+
+def _has(config: Any, setting: str) -> bool:
+    """Return whether a document names a setting, whose key it may have in one piece."""
+    return isinstance(config, dict) and any(
+        f"{key}.".startswith(f"{setting}.")
+        or (setting.startswith(f"{key}.") and _has(value, setting.removeprefix(f"{key}.")))
+        for key, value in config.items()
+    )
 
 
 def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:
@@ -99,7 +113,10 @@ def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:
     if own is not None:
         path = path.with_suffix(".own.yaml")
         disk.replace(path, yaml.safe_dump(own.config(run), sort_keys=False).encode())
-    cli: Any = FederatedCLI("fit", _words(path, *overlays))
+    documents = _read(overlays)
+    named = [name for name in PROTECTION if any(_has(each, name) for each in documents)]
+    without = [f"--{name}=null" for name in named]
+    cli: Any = FederatedCLI("fit", [*_words(path), *without, *_words(*overlays)])
     if overlays:
         _require_same_results(FederatedCLI("fit", _words(path)).config, cli.config, own is not None)
     if own is not None:
