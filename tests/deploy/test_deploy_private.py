@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -194,14 +195,39 @@ def test_a_node_whose_owner_wants_noise_refuses_a_run_with_less(tmp_path):
     assert fed.aggregation.privacy.randomness is not rng.stream
 
 
-@pytest.mark.parametrize("more", [[SECURE], [CENTRAL], [SHARES, SECURE]])
-def test_a_node_whose_sums_are_secret_measures_no_client_whatever_its_server_asks(more, tmp_path):
-    """Sums of one client's batches under weights that the server chooses tell its examples."""
-    node, cli = nodes_in(tmp_path)["node0"], command_line("fedavg", tmp_path, *SMALL, *more)
+def checked_node(folder: Path, *more: str) -> tuple[Node, dict]:
+    """A node that has checked a run, and what each message of the run's first round says."""
+    node, cli = nodes_in(folder)["node0"], command_line("fedavg", folder, *SMALL, *more)
     sent = yaml.safe_dump(config_for_nodes(yaml.safe_load(cli.config_text))).encode()
     checked = Message.from_bytes(node.answer(Message({"kind": "check"}, (sent,)).to_bytes()))
     assert checked.kind == "checked"
-    about = {"run": "a" * 32, "config": hashlib.sha256(sent).hexdigest(), "round": 1}
+    return node, {"run": "a" * 32, "config": hashlib.sha256(sent).hexdigest(), "round": 1}
+
+
+def test_a_private_node_keeps_losses_and_says_once_what_it_accounts(tmp_path, caplog):
+    """Noise is on no loss; and n and the cohort are what the server says."""
+    caplog.set_level(logging.INFO, "fl_lightning")
+    node, about = checked_node(tmp_path, CENTRAL)
+    fed = node.built[1]
+    terms = {"kind": "train", "seed": 0, "cohort": 3, "clip_norm": 1.0}
+    sent = fed.method.broadcast(fed.data.client(0, {})).to_bytes()
+    for number, client in enumerate((0, "7\n2026-12-01 all is well\x1b[2K"), 1):
+        order = {"client": client, "epochs": 1, "steps": 1, "since": 0, "message": 0}
+        header = about | terms | {"noisy_sum": number, "orders": [order]}
+        (result,) = Message.from_bytes(node.answer(Message(header, (sent,)).to_bytes())).header[
+            "results"
+        ]
+        assert result.get("losses", {}) == {}
+        assert ("steps" in result) == (client == 0)
+    header = about | {"kind": "phase", "phase": "x\n2026-12-01 all is well\x1b[2K"}
+    node.answer(Message(header).to_bytes())
+    assert caplog.text.count("accounts 3 of 4 clients in a round, as the server says") == 1
+
+
+@pytest.mark.parametrize("more", [[SECURE], [CENTRAL], [SHARES, SECURE]])
+def test_a_node_whose_sums_are_secret_measures_no_client_whatever_its_server_asks(more, tmp_path):
+    """Sums of one client's batches under weights that the server chooses tell its examples."""
+    node, about = checked_node(tmp_path, *more)
     order = {"kind": "evaluate", **about, "splits": ["validation"], "clients": {"0": 0}}
     state = save(node.built[1].method.server)
     answer = Message.from_bytes(node.answer(Message(order, (state,)).to_bytes()))

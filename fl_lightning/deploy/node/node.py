@@ -227,7 +227,8 @@ class Node:
             if form is not None:
                 results.append({**about, "form": form})
                 continue
-            losses = {name: [mean.total, mean.weight] for name, mean in result.losses.items()}
+            measured = result.losses if privacy is None else {}  # no noise is on them
+            losses = {name: [mean.total, mean.weight] for name, mean in measured.items()}
             results.append(
                 {**about, "steps": result.steps, "losses": losses, "upload": len(uploads)}
             )
