@@ -205,7 +205,8 @@ def checked_node(folder: Path, *more: str) -> tuple[Node, dict]:
 
 
 def test_a_private_node_keeps_losses_and_says_once_what_it_accounts(tmp_path, caplog):
-    """Noise is on no loss; and n and the cohort are what the server says."""
+    """Noise is on no loss; and n and the cohort are what the server says. What the server writes is
+    one line of the node's log."""
     caplog.set_level(logging.INFO, "fl_lightning")
     node, about = checked_node(tmp_path, CENTRAL)
     fed = node.built[1]
@@ -222,6 +223,9 @@ def test_a_private_node_keeps_losses_and_says_once_what_it_accounts(tmp_path, ca
     header = about | {"kind": "phase", "phase": "x\n2026-12-01 all is well\x1b[2K"}
     node.answer(Message(header).to_bytes())
     assert caplog.text.count("accounts 3 of 4 clients in a round, as the server says") == 1
+    lines = [each.message for each in caplog.records if "all is well" in each.message]
+    assert len(lines) == 2
+    assert all("\n" not in line and "\x1b" not in line for line in lines)
 
 
 @pytest.mark.parametrize("more", [[SECURE], [CENTRAL], [SHARES, SECURE]])

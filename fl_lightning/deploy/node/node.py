@@ -26,9 +26,10 @@ from fl_lightning.compatibility import Run, check_run
 from fl_lightning.deploy.node.evaluating import evaluate_here
 from fl_lightning.deploy.node.states import StateFolder, run_id
 from fl_lightning.deploy.node.told import told
+from fl_lightning.deploy.protocol.answers import MAX_REASON
 from fl_lightning.deploy.protocol.gate import check_config
 from fl_lightning.deploy.protocol.identity import describe
-from fl_lightning.deploy.protocol.messages import Message, MessageError, refusal
+from fl_lightning.deploy.protocol.messages import Message, MessageError, printable, refusal
 from fl_lightning.deploy.protocol.private import take_up
 from fl_lightning.deploy.protocol.server_state import take_over
 from fl_lightning.engines import ClientResult, ClientTask, SequentialEngine
@@ -126,7 +127,7 @@ class Node:
                 f"a message of the kind {message.kind!r}, which this version does not know"
             )
         except (ThreePartError, MessageError) as error:
-            log.error("refused: %s", error)
+            log.error("refused: %s", printable(error, MAX_REASON))
             return refusal(told(error), **self.about)
         except Exception as error:
             log.exception("a message could not be answered")
@@ -219,7 +220,7 @@ class Node:
                 broadcast = message.parts[int(order["message"])]
                 form = None if kept is None else kept.keep(fed, result, broadcast)
             except Exception as error:  # the other clients of this node still count
-                log.exception("client %s could not be trained", order.get("client"))
+                log.exception("client %s could not be trained", printable(order.get("client")))
                 lost = {"lost": True} if isinstance(error, LostStateError) else {}
                 results.append({"client": order.get("client"), "reason": told(error), **lost})
                 continue
