@@ -305,10 +305,14 @@ def _entry_in(path: list[str], node: yaml.Node) -> tuple[int, str] | None:
         for key, value in node.value:
             if key.value == "init_args" != path[0]:
                 entries.append(_entry_in(path, value))
-            elif isinstance(key.value, str) and key.value.rstrip("+") == path[0]:
+            elif isinstance(key.value, str):
+                parts = key.value.rstrip("+").removesuffix(".class_path").split(".")
+                parts = [part for part in parts if part != "init_args"]
+                rest = path[len(parts) :]
                 given = value.value if isinstance(value, yaml.ScalarNode) else ""
                 here = (key.start_mark.line + 1, given)
-                entries.append(_entry_in(path[1:], value) if path[1:] else here)
+                if parts == path[: len(parts)]:
+                    entries.append(_entry_in(rest, value) if rest else here)
     return next((entry for entry in entries if entry is not None), None)
 
 
@@ -479,13 +483,17 @@ def _plain(node: Any) -> Any:
         first, *inner = str(key).split(".")
         for name in reversed(inner):
             value = {name: value}
-        value, before = _plain(value), plain.get(first)
-        both = isinstance(value, dict) and isinstance(before, dict)
-        plain[first] = before | value if both else value
+        plain[first] = _merged(plain.get(first), _plain(value))
     for level in ("init_args", "dict_kwargs"):
         inner = _plain(node.get(level))
         plain.update(inner if isinstance(inner, dict) else {})
     return plain
+
+
+def _merged(before: Any, after: Any) -> Any:
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return after
+    return before | {key: _merged(before.get(key), value) for key, value in after.items()}
 
 
 def _missing(given: Any, final: Any, path: str = "") -> Iterator[str]:

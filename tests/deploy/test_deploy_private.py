@@ -204,7 +204,7 @@ def checked_node(folder: Path, *more: str) -> tuple[Node, dict]:
     return node, {"run": "a" * 32, "config": hashlib.sha256(sent).hexdigest(), "round": 1}
 
 
-def test_a_private_node_keeps_losses_and_says_once_what_it_accounts(tmp_path, caplog):
+def test_a_private_node_keeps_losses_and_says_what_it_accounts(tmp_path, caplog):
     """Noise is on no loss; and n and the cohort are what the server says. What the server writes is
     one line of the node's log."""
     caplog.set_level(logging.INFO, "fl_lightning")

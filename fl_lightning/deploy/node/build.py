@@ -115,8 +115,10 @@ def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:
         disk.replace(path, yaml.safe_dump(own.config(run), sort_keys=False).encode())
     documents = _read(overlays)
     named = [name for name in PROTECTION if any(_has(each, name) for each in documents)]
-    without = [f"--{name}=null" for name in named]
-    cli: Any = FederatedCLI("fit", [*_words(path), *without, *_words(*overlays)])
+    between = [path.with_suffix(".without.yaml")] if named else []
+    for without in between:  # a file, since flags beat the overlays
+        disk.replace(without, yaml.safe_dump(dict.fromkeys(named)).encode())
+    cli: Any = FederatedCLI("fit", _words(path, *between, *overlays))
     if overlays:
         _require_same_results(FederatedCLI("fit", _words(path)).config, cli.config, own is not None)
     if own is not None:

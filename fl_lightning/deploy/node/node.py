@@ -307,6 +307,10 @@ class Node:
             check_run(Run.of(fed, deployed=True))
             if (privacy := fed.aggregation.privacy) is not None:
                 privacy.randomness = self.randomness
+                log.info(
+                    "privacy: this node accounts %d of %d clients in a round, as the server says",
+                    privacy.accountant.cohort, privacy.accountant.clients,
+                )  # fmt: skip
             self.states.data = fed.data.content_sha256 if fed.data.apart else ""
             self.built = digest, fed, SequentialEngine(fed.fabric, fed.method, fed.data)
         return self.built[1:]

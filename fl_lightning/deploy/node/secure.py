@@ -255,7 +255,7 @@ class SecureRounds:
                 raise InputError(
                     f"a second sum of round {kept.round} over other clients",
                     "two sums that differ by one client are that client's vector",
-                    "leave the round, or begin a new run with another seed",
+                    "leave the round; in a new run another seed helps where weights are drawn",
                 )
         self._write(run, kept.round, known)
 

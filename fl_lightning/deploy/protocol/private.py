@@ -7,7 +7,6 @@ client adds, so a node checks them. How many clients there are it believes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -16,8 +15,6 @@ from fl_lightning import rng
 from fl_lightning.aggregation.private import SUMS_FILE, PrivateAggregation
 from fl_lightning.errors import InputError
 from fl_lightning.privacy import NoisySums
-
-log = logging.getLogger("fl_lightning")
 
 
 def terms_of(privacy: PrivateAggregation) -> dict[str, Any]:
@@ -82,10 +79,5 @@ def take_up(privacy: PrivateAggregation, header: Mapping[str, Any], sums: NoisyS
             f"this node's is {settings.clip_norm:g}",
             "clip with that",
         )
-    if not sums.count:
-        log.info(
-            "client-level privacy: this node accounts %d of %d clients in a round, as the server says",
-            privacy.accountant.cohort, privacy.accountant.clients,
-        )  # fmt: skip
     sums.add(number, round)
     privacy.clip_norm = clip_norm

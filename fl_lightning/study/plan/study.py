@@ -494,11 +494,20 @@ def as_arguments(
         configs: the configurations, each on top of those before.
         parts: mappings of dotted settings. They are flags one after another, as if they had been
             typed, so that the last one wins, ``+`` appends, and what a class was given stays while
-            the class does.
+            the class does. A mapping that is given again takes the place of the first, unless a
+            part of it was set apart.
         seed: of the run.
+
+    >>> as_arguments([], [{"a": {"b": 1}}, {"a": {"c": 2}}, {"a.c": 3}, {"a": {"d": 4}}], 0)
+    ['--a={"c": 2}', '--a.c=3', '--a={"d": 4}', '--seed_everything=0']
     """
+    given: list[tuple[str, Any]] = []
+    for key, value in (item for part in parts for item in part.items()):
+        if isinstance(value, Mapping) and not any(one.startswith(f"{key}.") for one, _ in given):
+            given = [one for one in given if one[0] != key]
+        given.append((key, value))
     layered = [part for path in configs for part in ("--config", str(path))]
-    flags = [f"--{key}={as_flag(value)}" for part in parts for key, value in part.items()]
+    flags = [f"--{key}={as_flag(value)}" for key, value in given]
     return [*layered, *flags, f"--seed_everything={seed}"]
 
 
