@@ -69,8 +69,8 @@ def counter(overlays: Sequence[Path] = (), own: OwnData | None = None) -> Count:
 
 def _names_of_owner(overlays: Sequence[Path], own: OwnData | None) -> set[str]:
     """Return the packages that files of the node's owner name, and that are therefore imported."""
-    given = own is not None and own.given.suffix in (".yaml", ".yml")
-    configs = _read([*overlays, own.given] if given else overlays)
+    data = [own.given] if own is not None and own.given.suffix in (".yaml", ".yml") else []
+    configs = _read([*overlays, *data])
     return {name for config in configs for name in names_in(config)}
 
 
