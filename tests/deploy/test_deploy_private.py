@@ -204,6 +204,15 @@ def checked_node(folder: Path, *more: str) -> tuple[Node, dict]:
     return node, {"run": "a" * 32, "config": hashlib.sha256(sent).hexdigest(), "round": 1}
 
 
+def test_a_node_whose_owner_wants_privacy_refuses_a_run_without(tmp_path):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("trainer: {privacy: {noise_multiplier: 0.5, clip_norm: 1.0}}\n")
+    node = Node(NodeSettings(tmp_path / "node0", name="n0"), builder([overlay]))
+    said = r"node n0; client-level privacy: .*'clip_norm': 1.0.* there, None here"
+    with pytest.raises(InputError, match=said):
+        deployed("fedavg", tmp_path, InProcess({"node0": node}), *SMALL)
+
+
 def test_a_private_node_keeps_losses_and_says_what_it_accounts(tmp_path, caplog):
     """Noise is on no loss; and n and the cohort are what the server says. What the server writes is
     one line of the node's log."""
