@@ -17,7 +17,7 @@ import yaml
 from fl_lightning.cli.commands import TRACEBACK_VARIABLE, Command
 from fl_lightning.cli.flags import flags_in
 from fl_lightning.config.documents import load_yaml, read_document, refuse_odd_numbers
-from fl_lightning.config.near_names import nearest
+from fl_lightning.config.near_names import nearest, short_name
 from fl_lightning.config.packaged import configs_folder, layers, without_base
 from fl_lightning.errors import InputError, require
 
@@ -306,12 +306,11 @@ def _entry_in(path: list[str], node: yaml.Node) -> tuple[int, str] | None:
             if key.value == "init_args" != path[0]:
                 entries.append(_entry_in(path, value))
             elif isinstance(key.value, str):
-                parts = key.value.rstrip("+").removesuffix(".class_path").split(".")
-                parts = [part for part in parts if part != "init_args"]
-                rest = path[len(parts) :]
+                names = short_name(key.value.rstrip("+")).split(".")
+                rest = path[len(names) :]
                 given = value.value if isinstance(value, yaml.ScalarNode) else ""
                 here = (key.start_mark.line + 1, given)
-                if parts == path[: len(parts)]:
+                if names == path[: len(names)]:
                     entries.append(_entry_in(rest, value) if rest else here)
     return next((entry for entry in entries if entry is not None), None)
 

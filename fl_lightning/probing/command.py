@@ -21,7 +21,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_lightning.config.recorded import imported
-from fl_lightning.config.settings import changed_settings, flatten, is_under, settings_hash
+from fl_lightning.config.settings import (
+    changed_settings,
+    flatten,
+    is_under,
+    listed_changes,
+    settings_hash,
+)
 from fl_lightning.errors import InputError, RunStopped, as_bad_input, error_reason, require
 from fl_lightning.federation import Federation, weights_hash
 from fl_lightning.hooks import Stressor
@@ -238,10 +244,9 @@ def load_model(
         changed = [f"the code of {name}" for name in changed_code(code)]
         instead = "restore the files of then,"
     if changed and not allow_changed:
-        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise InputError(
             f"--ckpt_path {checkpoint.path}",
-            f"it was trained with another configuration ({', '.join(changed[:4])}{more})",
+            f"it was trained with another configuration ({listed_changes(changed)})",
             f"{instead} or write --trainer.allow_changed true",
         )
     if changed:

@@ -247,7 +247,7 @@ def test_a_study_runs_with_what_was_chosen_for_each_method(tmp_path):
     }
     study = Study.read(tmp_path / "study.yaml")
     for cell in study.cells():
-        assert [word for word in cell.args if LR in word][-1] == f"--{LR}={chosen[cell.method]}"
+        assert [word for word in cell.args if LR in word] == [f"--{LR}={chosen[cell.method]}"]
     (tmp_path / "elsewhere").mkdir()
     copy = tmp_path / "elsewhere" / "copy.yaml"
     copy.write_text(study.to_yaml())  # what a sweep leaves beside the runs needs no other file
@@ -308,7 +308,7 @@ def test_a_level_has_a_record_of_its_own(tmp_path):
     assert found.tuned.records == records
     for cell in found.cells():
         chosen = records[cell.levels["clients"]].chosen[cell.method].settings[LR]
-        assert [word for word in cell.args if LR in word][-1] == f"--{LR}={chosen}"
+        assert [word for word in cell.args if LR in word] == [f"--{LR}={chosen}"]
     (tmp_path / "small").mkdir()
     copy = tmp_path / "small" / "study.yaml"
     copy.write_text(found.to_yaml())

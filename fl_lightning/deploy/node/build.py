@@ -115,10 +115,12 @@ def _parsed(path: Path, overlays: Sequence[Path], own: OwnData | None) -> Any:
         disk.replace(path, yaml.safe_dump(own.config(run), sort_keys=False).encode())
     documents = _read(overlays)
     named = [name for name in PROTECTION if any(_has(each, name) for each in documents)]
-    between = [path.with_suffix(".without.yaml")] if named else []
-    for without in between:  # a file, since flags beat the overlays
+    files = [path, *overlays]
+    if named:  # a file between them, since a flag would beat the overlays
+        without = path.with_suffix(".without.yaml")
         disk.replace(without, yaml.safe_dump(dict.fromkeys(named)).encode())
-    cli: Any = FederatedCLI("fit", _words(path, *between, *overlays))
+        files.insert(1, without)
+    cli: Any = FederatedCLI("fit", _words(*files))
     if overlays:
         _require_same_results(FederatedCLI("fit", _words(path)).config, cli.config, own is not None)
     if own is not None:

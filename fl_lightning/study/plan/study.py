@@ -493,8 +493,8 @@ def as_arguments(
     Args:
         configs: the configurations, each on top of those before.
         parts: mappings of dotted settings. They are flags one after another, as if they had been
-            typed, so that the last one wins, ``+`` appends, and what a class was given stays while
-            the class does. A mapping that is given again takes the place of the first, unless a
+            typed, so that ``+`` appends, the last one wins, and what a class was given stays while
+            the class does. A setting that is given again takes the place of the first, unless a
             part of it was set apart.
         seed: of the run.
 
@@ -503,7 +503,7 @@ def as_arguments(
     """
     given: list[tuple[str, Any]] = []
     for key, value in (item for part in parts for item in part.items()):
-        if isinstance(value, Mapping) and not any(one.startswith(f"{key}.") for one, _ in given):
+        if not key.endswith("+") and not any(one.startswith(f"{key}.") for one, _ in given):
             given = [one for one in given if one[0] != key]
         given.append((key, value))
     layered = [part for path in configs for part in ("--config", str(path))]
