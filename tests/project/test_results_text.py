@@ -15,10 +15,16 @@ import tarfile
 from collections import Counter
 from itertools import combinations
 from statistics import fmean
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from outcomes import rows_of
 from places import DOCS
+
+from callbacks import ByzantineClients
+from fl_lightning.rng import stream
+from fl_lightning.sampling import ServerView, Uniform
 
 RESULTS = DOCS / "results"
 CLAIM = re.compile(
@@ -472,6 +478,17 @@ def test_what_is_said_of_the_rest_of_the_leaderboard():
         "FedSAM": 2,
         "LGFedAvg": 1,
     }
+
+
+def test_hostile_clients_are_sampled_in_every_run_of_the_leaderboards_with_attackers():
+    among, found = np.arange(20), []
+    for seed in range(10):
+        context = SimpleNamespace(seed=seed, data=SimpleNamespace(sizes=np.ones(20)))
+        hostile = ByzantineClients(clients=0.1).attackers(context)
+        views = (ServerView(seed, round, 0, among, stream, len) for round in range(1, 9))
+        cohorts = [Uniform().draw(view, among, 10) for view in views]
+        found.append(sum(not hostile.isdisjoint(cohort) for cohort in cohorts))
+    assert (min(found), max(found)) == (4, 7)
 
 
 def test_distillation_is_ahead_in_all_seeds_but_one_of_the_second_experiment_on_fashion():
